@@ -189,7 +189,7 @@ class Engine:
                     # 2. The program for this number of microbatches, and each rank's share of the work.
                     executors = self._executors_for(options, batch, probe)
                     assert isinstance(batch, LocalBatch), "an error was raised"
-                    batches = [self.local_stages.batch_for(rank, batch) for rank in self.local_ranks]
+                    batches = [self._batch_for(rank, batch) for rank in self.local_ranks]
                     works = [Work(batch=each, options=options) for each in batches]
                     # 3. The ops, the sums of gradients, and the agreement of all ranks on the outcome.
                     with self._lending.in_place():
@@ -213,6 +213,14 @@ class Engine:
             if probe is None:
                 self._traced = executors
             return works
+
+    def _batch_for(self, rank: int, batch: LocalBatch) -> LocalBatch:
+        """Return a batch with what a rank takes of it on its device, where threads have different ones."""
+        devices, schedule = self.local_stages.devices, self.local_stages.schedule
+        if not devices:
+            return batch
+        stages = schedule.placement.stages_of[rank]
+        return batch.on_device(devices[rank], 0 in stages, schedule.stages - 1 in stages)
 
     def _executors_for(
         self, options: StepOptions, batch: LocalBatch | Refused, probe: Probe | None

@@ -21,7 +21,7 @@ from penstock.parallel.replicas.exchange import run_each
 from penstock.parallel.replicas.reduction import BucketReduction, ReplicaReduction
 from penstock.parallel.replicas.resident import ResidentReduction, require_divisible
 from penstock.parallel.sample_parts import SampleParts
-from penstock.runtime.batch.work import LocalBatch, Work
+from penstock.runtime.batch.work import Work
 from penstock.runtime.executor import Executor
 from penstock.runtime.gradient_scale import GradientScale
 from penstock.runtime.options import ParallelOptions
@@ -333,13 +333,6 @@ class LocalStages:
         within += [sharded] if sharded.layers else []
         within += [] if fixed is None else [fixed]
         return Executor(program, rank, stages, channel, around, within)
-
-    def batch_for(self, rank: int, batch: LocalBatch) -> LocalBatch:
-        """Return a batch with what a rank takes of it on its device, where threads have different ones."""
-        if not self.devices:
-            return batch
-        stages = self.schedule.placement.stages_of[rank]
-        return batch.on_device(self.devices[rank], 0 in stages, self.schedule.stages - 1 in stages)
 
 
 def build_modules(
