@@ -57,7 +57,6 @@ def measured_together(rank: int) -> Profile:
         dist.all_gather_object(values, value)
         return values
 
-    torch.set_num_threads(1)  # a test before it may have left another number in one of the processes
     return measured(exchange=exchange)
 
 

@@ -34,6 +34,7 @@ from penstock.huggingface.forward_stubs import FORMS, Absent, Call, Rest, Run, S
 from penstock.huggingface.library import package_of
 from penstock.huggingface.router_loss import router_loss_of
 from penstock.parallel.context.attention import Division, current_division, current_part
+from penstock.stage.devices import place_of
 from penstock.stage.layers import has_forward_hooks
 
 NAMED = ("attention_mask", "position_ids", "token_type_ids")
@@ -324,7 +325,7 @@ class OwnForward:
     def _order(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Find what blocks return, and which modules run before and after them."""
         # One row of four tokens: long enough for a convolution over time, and for more than one position.
-        device = next((p.device for p in self.model.parameters() if not p.is_meta), torch.device("cpu"))
+        device = place_of(self.model.parameters()) or torch.device("cpu")
         tokens = torch.ones((1, 4), dtype=torch.int64, device=device)
         furthest: tuple[int, SplitError] | None = None
         for form in FORMS:

@@ -54,7 +54,7 @@ from penstock.runtime.batch.work import StepResult
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.start.place import current_place
 from penstock.runtime.workers.run_group import RunGroup
-from penstock.stage.devices import places_of
+from penstock.stage.devices import place_of, places_of
 from penstock.stage.split_backward.intercepted import has_local_uses
 
 
@@ -199,7 +199,7 @@ class PipelineTrainerMixin(TrainerSaves):
         else:
             self._loss = StepLoss(base, self.label_smoother, self._cp == 1)
             require_same_loss(self, self._whole_model, self._loss)
-            if (labels := _labels_of_row(self._loss.own.head, _device_of(base))) is not None:
+            if (labels := _labels_of_row(self._loss.own.head, place_of(base.parameters()))) is not None:
                 self._loss.own.passes_items = forward_of(layers).passes_items(labels)
         if devices is None and len(places_of(base.parameters())) <= 1:
             devices = settings.device
@@ -506,13 +506,7 @@ class PipelineTrainer(PipelineTrainerMixin, transformers.Trainer):  # type: igno
     """``transformers.Trainer`` that trains a model by a pipeline; see `PipelineTrainerMixin`."""
 
 
-def _device_of(model: Any) -> torch.device:
-    """Return the device of the first parameter of a model that has values."""
-    devices: Iterator[torch.device] = (p.device for p in model.parameters() if not p.is_meta)
-    return next(devices)
-
-
-def _labels_of_row(head: str, device: torch.device) -> Tensor | None:
+def _labels_of_row(head: str, device: torch.device | None) -> Tensor | None:
     """Return labels of one row of four tokens; None of a head whose loss is known to take a number of targets, or not to."""
     shape = {MASKED: (1, 4), TOKEN: (1, 4), SEQUENCE: (1,)}.get(head)
     return None if shape is None else torch.zeros(shape, dtype=torch.int64, device=device)

@@ -26,6 +26,7 @@ from penstock.schedule.text import is_csv, read_csv
 from penstock.stage.compute.output_loss import OutputLoss
 from penstock.stage.compute.recompute import require_policy
 from penstock.stage.compute.runner import LossFunction, Settings
+from penstock.stage.devices import place_of
 from penstock.stage.layers import Layer
 from penstock.stage.rng.random_state import RandomState
 
@@ -169,7 +170,7 @@ def device_type(device: torch.device | None, layers: Sequence[Layer]) -> str:
     if device is not None:
         return device.type
     made = (p for layer in layers if layer.module is not None for p in layer.module.parameters())
-    return next((p.device.type for p in made if not p.is_meta), torch.get_default_device().type)
+    return (place_of(made) or torch.get_default_device()).type
 
 
 class LossScale(Protocol):

@@ -23,6 +23,11 @@ def devices_of(modules: Sequence[nn.Module]) -> Iterator[torch.device]:
                 yield tensor.device
 
 
+def place_of(parameters: Iterable[Tensor]) -> torch.device | None:
+    """Return the device of the first parameter with values; None if none has values."""
+    return next((parameter.device for parameter in parameters if not parameter.is_meta), None)
+
+
 def places_of(parameters: Iterable[Tensor]) -> set[torch.device]:
     """Return the devices that parameters with values are on."""
     return {parameter.device for parameter in parameters if not parameter.is_meta}

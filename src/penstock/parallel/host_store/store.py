@@ -15,6 +15,7 @@ from penstock.parallel.host_store.update import PartedUpdate
 from penstock.parallel.mesh import MeshShape
 from penstock.schedule.residency import Sharding
 from penstock.stage.compute.runner import Settings
+from penstock.stage.devices import place_of
 from penstock.stage.layers import Layer
 from penstock.stage.module import StageModule
 
@@ -47,7 +48,7 @@ class Store:
         """
         module = StageModule(layers, None, seed)
         named = list(module.whole_model_parameters())
-        self._device = device or next((p.device for _, p in named if not p.is_meta), torch.device("cpu"))
+        self._device = device or place_of(p for _, p in named) or torch.device("cpu")
         if self._memory is None:
             self._memory = HostMemory(pinned=self._device.type == "cuda")
         memory = self._memory

@@ -22,7 +22,7 @@ from penstock.runtime.weights.parameters import LocalParameters
 from penstock.runtime.workers.world import World
 from penstock.stage.compute.output_loss import OutputLoss
 from penstock.stage.compute.runner import LossFunction
-from penstock.stage.devices import places_of
+from penstock.stage.devices import place_of, places_of
 from penstock.stage.layers import Layer
 from penstock.stage.structures import dumps, loads
 from penstock.stage.values import Message, StageState, flatten, unpack
@@ -132,7 +132,7 @@ class FirstStepCheck:
 
         def everything() -> tuple[Any, dict[str, Tensor]]:
             here = {} if self._divided else _own(parameters)
-            device = next((p.device for _, p in parameters.named_parameters()), torch.device("cpu"))
+            device = place_of(p for _, p in parameters.named_parameters()) or torch.device("cpu")
             whole = {name: value.to(device) for name, value in gathered.items()} | here
             if batch.inputs:
                 return batch.inputs[0], whole

@@ -10,6 +10,7 @@ import torch
 from penstock.base.errors import ConfigError, first_line
 from penstock.runtime.validation import local_device
 from penstock.schedule.schedule import Schedule
+from penstock.stage.devices import place_of
 from penstock.stage.layers import Layer
 from penstock.stage.split import Split
 
@@ -104,8 +105,7 @@ def _devices_of(layers: Sequence[Layer]) -> tuple[torch.device, ...]:
 
 def _place(layer: Layer) -> torch.device | None:
     """Return the device of a layer's first parameter; None if it has none, or is not built."""
-    parameters = () if layer.module is None else layer.module.parameters()
-    return next((p.device for p in parameters if not p.is_meta), None)
+    return None if layer.module is None else place_of(layer.module.parameters())
 
 
 def _names(devices: Sequence[object]) -> str:

@@ -162,7 +162,6 @@ def _serve(connection: Connection, threads: int, environment: dict[str, str]) ->
     torch.seed()
     np.random.seed()
     os.environ["GLOO_SOCKET_IFNAME"] = host.loopback()
-    torch.set_num_threads(threads)
     modules = 0
     while True:
         try:
@@ -174,6 +173,7 @@ def _serve(connection: Connection, threads: int, environment: dict[str, str]) ->
             modules = len(sys.modules)
         # Which GPU is a process's own. By torch's names other libraries would take this for a launch by torchrun.
         os.environ |= {OWN_LOCAL_RANK: str(rank), OWN_LOCAL_SIZE: str(ranks)}
+        torch.set_num_threads(threads)  # the last call may have left another number
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
             dist.barrier()  # a quick rank must not close connections that another one is still opening
