@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from penstock.base.errors import ConfigError, PenstockError
+from penstock.runtime.model.stage_memory import free_memory
 from penstock.runtime.options import ExecutionOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.families import FAMILIES
@@ -366,3 +367,15 @@ def test_a_tied_weight_of_two_devices_gets_the_sum_of_its_gradients(devices):
     assert str(net[0].weight.device) == devices[0]
     assert net[3].weight is net[0].weight
     assert torch.allclose(net[0].weight.cpu(), other[0].weight, rtol=1e-4, atol=1e-6)
+
+
+def test_memory_is_shared_by_ranks_of_a_device_and_what_the_model_has_is_free():
+    gpu = torch.device("cuda:0")
+    ((_, alone),) = free_memory([gpu], []).items()
+    model = nn.Linear(1 << 12, 1 << 12, device=gpu)
+    found = free_memory([torch.device("cpu"), gpu, gpu], [model])
+    assert found.keys() == {1, 2}
+    # To the megabytes in which the allocator takes memory, and those that other processes take meanwhile.
+    assert found[1] == found[2] == pytest.approx(alone / 2, abs=1 << 28)
+    ((_, without),) = free_memory([gpu], []).items()
+    assert without == pytest.approx(alone - (1 << 26), abs=1 << 28)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import SplitError
-from penstock.stage.partition import by_counts, by_ranges, by_weights, even
+from penstock.stage.partition import by_counts, by_ranges, by_weights, by_weights_within, even
 
 
 def sizes(ranges):
@@ -47,6 +47,36 @@ def test_a_weighted_split_is_as_good_as_the_best_of_all(weights, speeds):
         for cuts in itertools.combinations(range(1, len(weights)), stages - 1)
     )
     assert by_weights(weights, stages, [2] * stages) == by_weights(weights, stages)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=8),
+    st.lists(st.integers(0, 12), min_size=1, max_size=4),
+)
+def test_a_split_within_limits_is_as_good_as_the_best_that_keeps_them(layers, limits):
+    stages, count = len(limits), len(layers)
+    if count < stages:
+        return
+    weights, sizes_of = ([layer[n] for layer in layers] for n in (0, 1))
+    stops = [
+        [max(stop for stop in range(a, count + 1) if sum(sizes_of[a:stop]) <= most) for a in range(count)]
+        for most in limits
+    ]
+    every = [
+        tuple(itertools.pairwise((0, *cuts, count)))
+        for cuts in itertools.combinations(range(1, count), stages - 1)
+    ]
+    allowed = [
+        ranges
+        for ranges in every
+        if all(sum(sizes_of[a:b]) <= most for (a, b), most in zip(ranges, limits, strict=True))
+    ]
+
+    def rated(ranges):
+        loads = [sum(weights[a:b]) for a, b in ranges]
+        return max(loads), sum(load**2 for load in loads), sizes(ranges)
+
+    assert by_weights_within(weights, stages, [], stops) == min(allowed, key=rated, default=None)
 
 
 @pytest.mark.parametrize("weights", [[1.0, float("nan")], [1.0, -1.0], [float("inf"), 1.0]])

@@ -53,7 +53,7 @@ from penstock.runtime.workers.agreement import require_same_pipeline
 from penstock.runtime.workers.world import World
 from penstock.schedule.check import check
 from penstock.schedule.program import Program
-from penstock.schedule.residency import make_residency
+from penstock.schedule.residency import Sharding, make_residency
 from penstock.schedule.schedule import Schedule
 from penstock.stage.compute.output_loss import OutputLoss
 from penstock.stage.compute.recompute import Policy
@@ -135,7 +135,7 @@ class BuiltPipeline(PipelineModel):
         self.world = None if place is None or processes is None else self._meet(place, axes, compared)
         self._find_place()
         # 4. The stages of this process, and the engine that runs them.
-        layers_of_stages = self._split(split, loss.function, autocast)
+        layers_of_stages = self._split(split, loss.function, autocast, recompute)
         layer_check = self._make_layer_check(layers_of_stages, loss.function, autocast)
         own_names = [] if given.module is None else [name for name, _ in given.module.named_parameters()]
         self._local = self._make_stages(program, layers_of_stages, loss.function, settings, own_names)
@@ -189,9 +189,14 @@ class BuiltPipeline(PipelineModel):
         gather = None if world is None else partial(world.gather, over="run", action="share the cores")
         self.threads = cpu_threads(gather, self.ranks, self.execution.threads)
 
-    def _split(self, split: Split, loss_fn: LossFunction, autocast: torch.dtype | None) -> list[list[Layer]]:
+    def _split(
+        self, split: Split, loss_fn: LossFunction, autocast: torch.dtype | None, recompute: Policy
+    ) -> list[list[Layer]]:
         """Return the layers of each stage; those of this process must have values, and all if it measures them."""
-        world = self.world
+        world, mesh = self.world, MeshShape() if self.mesh is None else self.mesh
+        # Whether other processes, or the host, hold a part of what a stage has on its device.
+        divided = mesh.tensor_ranks * mesh.ep > 1 or self.parallel.sharding != Sharding()
+        divided |= self.execution.offload
         every = None if world is None else partial(world.gather, over="run")
         if is_measured(split):
             run_each(partial(_require_values, self.layers), every)
@@ -204,6 +209,7 @@ class BuiltPipeline(PipelineModel):
             seed=self.seed,
             autocast=autocast,
             devices=self.devices or ([] if self.device is None else [self.device]),
+            recompute=None if divided else recompute,
         )
         stages = split_layers(self.layers, self.schedule.stages, split)
         stages_of = self.schedule.placement.stages_of

@@ -56,7 +56,9 @@ class Pipeline(BuiltPipeline):
             function); V-shaped families always have two.
         split: which layers make up which stage (default "even"); see `penstock.stage.split.split_layers`. ``{"measured":
             (x, y)}`` makes stages of equal time on that microbatch, each on its rank's device; ``{"measured": profile}``, by
-            `profile_layers`.
+            `profile_layers`. If ranks have GPUs of their own, a stage gets no more layers than fit into the memory that is
+            free there, with gradients, Adam's state and activations (not counted with tp, ep, offload, or sharded or stored
+            weights); where no split fits, a warning says so.
         device: device of the stages and of each batch; None leaves both where they are. In processes, "cuda" is the GPU of
             LOCAL_RANK. Ranks that are threads may have a device each, as ["cuda:0", "cuda:1"]; `ranks` is then their number.
             So they have by default if the model's blocks are on several (a ``device_map``), each with one run of blocks,

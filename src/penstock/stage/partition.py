@@ -65,19 +65,37 @@ def by_weights(weights: Sequence[float], stages: int, speeds: Sequence[float] = 
         weights: cost of each layer (seconds, bytes, parameters; any one unit), finite and not negative.
         speeds: speed of each stage's device, by which its weight is divided; empty where they are alike (default).
     """
+    ranges = by_weights_within(weights, stages, speeds, [[len(weights)] * len(weights)] * stages)
+    assert ranges is not None, "nothing limits the stages"
+    return ranges
+
+
+def by_weights_within(
+    weights: Sequence[float], stages: int, speeds: Sequence[float], stops: Sequence[Sequence[int]]
+) -> Ranges | None:
+    """Partition as `by_weights`, with limits of the stages; None if no partition keeps them.
+
+    Args:
+        stops: for each stage, and each layer that it may begin with, the largest end of its range.
+    """
     if bad := [w for w in weights if not (math.isfinite(w) and w >= 0)]:
         raise SplitError(f"weights must be finite and not negative; given {bad[0]!r}")
     _require_enough(len(weights), stages)
     speeds = speeds or [1.0] * stages
-    heaviest, _ = _best(weights, speeds, max)
+    heaviest, _ = _best(weights, speeds, stops, max)
+    if heaviest == math.inf:
+        return None
     _, counts = _best(
-        weights, speeds, lambda stage, rest: stage * stage + rest if stage <= heaviest else math.inf
+        weights, speeds, stops, lambda stage, rest: stage * stage + rest if stage <= heaviest else math.inf
     )
     return _from_counts(counts)
 
 
 def _best(
-    weights: Sequence[float], speeds: Sequence[float], join: Callable[[float, float], float]
+    weights: Sequence[float],
+    speeds: Sequence[float],
+    stops: Sequence[Sequence[int]],
+    join: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
     """Return the least value of a partition, and its counts; `join` adds a stage's weight to the value of those after it."""
     n, stages = len(weights), len(speeds)
@@ -88,7 +106,7 @@ def _best(
     least[0][n] = 0.0
     for k in range(1, stages + 1):
         for i in range(n - k, -1, -1):
-            for j in range(i + 1, n - k + 2):
+            for j in range(i + 1, min(n - k + 1, stops[stages - k][i]) + 1):
                 value = join((prefix[j] - prefix[i]) / speeds[stages - k], least[k - 1][j])
                 # Not <=: of equal values the first, shortest range stays, so early stages get few layers.
                 if value < least[k][i]:
