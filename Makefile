@@ -90,9 +90,9 @@ docs: $(FOR_DOCS)
 
 coverage: setup-ci
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile $(COVERED)
-	$(BIN)/python -m coverage combine --quiet
-	$(BIN)/python -m coverage report
+	@$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile $(COVERED); tests=$$?; \
+	$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report; report=$$?; \
+	exit $$((tests | report))
 
 report: setup
 	$(BIN)/python -m tools.house
