@@ -3,12 +3,13 @@
 A small random Llama and a tokenizer trained on the spot see the same rows for 20 steps in float32, with plain Trainer in one
 process and with a pipeline of two ranks: as threads, as processes, and as processes with two replicas beside each other.
 Chats go through TRL's SFTTrainer, with assistant masks or packed, pairs through its RewardTrainer and its DPOTrainer (with
-adapters, and without a reference model); a classifier has a loss with a weight for each row, and QLoRA a base of 4 bits. The
-table has the largest relative difference of a loss and of a
-gradient norm over all steps, and the distance of the final weights over their norm. Steps are timed in turn: plain Trainer
-with two threads of torch, and the pipelines with one for each rank; and QLoRA in two processes beside the same processes one
-after the other (one microbatch), which is what ``device_map`` does. Bases of 4 bits are read within `penstock.own_stages`.
-The last table has what each of two processes holds of a larger one, and how much memory its loading took at most.
+adapters, and without a reference model); a classifier has a loss with a weight for each row, a small Qwen2-VL reads rows
+with one image or two of several sizes, and QLoRA has a base of 4 bits. The table has the largest relative difference of a
+loss and of a gradient norm over all steps, and the distance of the final weights over their norm. Steps are timed in turn:
+plain Trainer with two threads of torch, and the pipelines with one for each rank; and QLoRA in two processes beside the same
+processes one after the other (one microbatch), which is what ``device_map`` does. Bases of 4 bits are read within
+`penstock.own_stages`. The last table has what each of two processes holds of a larger one, and how much memory its loading
+took at most.
 
     python -m bench.hf_trainer [--quick] [--json]
 """
@@ -34,6 +35,7 @@ import torch
 import transformers
 import trl
 from safetensors.torch import load_file
+from tests.support import image_models
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -64,6 +66,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rewards": {"kind": "rewards"},
     "preferences, LoRA": {"kind": "preferences", "lora": True},
     "classifier, own loss": {"kind": "classes"},
+    "images, Qwen2-VL": {"kind": "images"},
     "QLoRA, 4 bits": {"quantised": "base of width 32", "lora": True},
 }
 QUICK = ("full training", "QLoRA, 4 bits")
@@ -90,7 +93,7 @@ class Weighted(transformers.Trainer):  # type: ignore[misc]  # transformers is u
 
 KINDS = {
     "texts": transformers.Trainer, "chats": trl.SFTTrainer, "packed": trl.SFTTrainer, "rewards": trl.RewardTrainer,
-    "preferences": trl.DPOTrainer, "classes": Weighted,
+    "preferences": trl.DPOTrainer, "classes": Weighted, "images": transformers.Trainer,
 }  # fmt: skip
 CONFIGS = {
     "chats": trl.SFTConfig, "packed": trl.SFTConfig, "rewards": trl.RewardConfig, "preferences": trl.DPOConfig,
@@ -234,17 +237,23 @@ def job(
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
     labels = {"rewards": 1, "classes": 3}.get(kind, 0)
     base = partial(read_quantised, quantised, pipeline) if quantised else None
-    model = make_model(tokenizer, width, blocks, labels, lora, base)
     times = StepTimes()
+    data: dict[str, Any]
+    if kind == "images":
+        model = image_models.model("qwen2_vl")
+        rows_with_images = image_models.rows_with_grids(model, DATA)
+        data = {"train_dataset": rows_with_images, "data_collator": image_models.collate}
+    else:
+        model = make_model(tokenizer, width, blocks, labels, lora, base)
+        data = data_of(kind, tokenizer, repeats)
     options: dict[str, Any] = {
         "max_steps": steps, "per_device_train_batch_size": rows // replicas, "gradient_accumulation_steps": accumulated,
         "learning_rate": 1e-3, "logging_steps": 1, "report_to": [], "use_cpu": True, "bf16": False, "seed": 5,
         "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False, "log_level": "error",
     }  # fmt: skip
-    given: dict[str, Any] = {"model": model, "callbacks": [times]}
+    given: dict[str, Any] = {"model": model, "callbacks": [times], **data}
     if pipeline is not None:
         given["pipeline"] = pipeline
-    given |= data_of(kind, tokenizer, repeats)
     if kind in CONFIGS:
         own = {"assistant_only_loss": True} if kind == "chats" else {}
         # How many rows they make does not divide into batches, and Accelerate fills the last one where there are replicas.

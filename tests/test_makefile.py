@@ -45,7 +45,7 @@ def touch_stamps(clone: Path, target: str) -> None:
         ("docs", "docs", "docs/_build/html"),
         ("test-slow", "dev,docs,ci", '-m "slow and not exhaustive"'),
         ("test-all", "dev,docs,ci", "-m exhaustive"),
-        ("coverage", "dev,docs,ci", "coverage report"),
+        ("coverage", "dev,docs,ci", "exit $((tests | report))"),
     ],
 )
 def test_a_target_installs_its_extras_alone(clone: Path, target: str, extras: str, last: str):
@@ -81,6 +81,18 @@ def test_the_tests_fail_with_the_lint_the_types_or_a_test(clone: Path, fails: st
     assert (done.returncode != 0) == bool(fails)
     if fails != "ruff":
         assert re.search(r"^python -m pytest .*-m not slow\nmypy$", done.stdout, re.M)
+
+
+@pytest.mark.parametrize("fails", ["run", "combine", "report", ""])
+def test_what_was_covered_is_reported_though_a_test_fails(clone: Path, fails: str):
+    touch_stamps(clone, "coverage")
+    command = clone / ".venv" / "bin" / "python"
+    command.write_text(f'#!/bin/sh\necho $*\ntest "$3" != "{fails}"\n')
+    command.chmod(0o755)
+    words = ["make", "--no-print-directory", "coverage"]
+    done = subprocess.run(words, cwd=clone, capture_output=True, text=True, timeout=60)
+    assert (done.returncode != 0) == bool(fails)
+    assert ("-m coverage report" in done.stdout) == (fails != "combine")
 
 
 def test_a_changed_constraint_installs_again(clone: Path):

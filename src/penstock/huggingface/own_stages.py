@@ -11,12 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from penstock.base.counts import is_count
 from penstock.base.errors import ConfigError, DataError
 from penstock.huggingface.conversion import Renamed, renamed
 from penstock.huggingface.from_transformers import layers_of
 from penstock.huggingface.library import require_library
-from penstock.huggingface.trainer_refusals import require_known_options
+from penstock.huggingface.trainer_options import require_known_options, trainer_mesh
 from penstock.parallel.mesh import Mesh, MeshShape, given_mesh
 from penstock.runtime.model.measured_split import is_measured
 from penstock.runtime.pipeline import Pipeline
@@ -62,24 +61,6 @@ def own_stages(pipeline: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         PreTrainedModel._load_pretrained_model = staticmethod(whole)
-
-
-def trainer_mesh(options: Mapping[str, Any], processes: int) -> MeshShape:
-    """Return the mesh of a trainer's processes: replicas of a pipeline whose ranks are processes.
-
-    Raises:
-        ConfigError: if the ranks do not divide the processes.
-    """
-    ranks, ep, cp = options.get("ranks", processes), options.get("ep", 1), options.get("cp", 1)
-    if not is_count(cp):
-        raise ConfigError(f"pipeline['cp'] must be a positive number of processes, got {cp!r}")
-    if not is_count(ranks) or processes % (ranks * cp):
-        times = f" x cp {cp}" if cp > 1 else ""
-        raise ConfigError(
-            f"pipeline['ranks'] is {ranks!r}{times}, and there are {processes} processes; start a multiple of the "
-            "ranks, one for each rank of each replica"
-        )
-    return MeshShape(pp=ranks, dp=processes // (ranks * cp), ep=ep, cp=cp)
 
 
 class _OwnLoader:

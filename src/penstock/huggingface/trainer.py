@@ -23,7 +23,6 @@ from penstock.huggingface.heads import CAUSAL, IMAGES, MASKED, QUESTIONS, SEQUEN
 from penstock.huggingface.loss import StepLoss
 from penstock.huggingface.one_process import FilledSampler, WholeOptimizer, as_one_process, make_one_process
 from penstock.huggingface.own_optimizers import read_own_optimizers, with_own_optimizers
-from penstock.huggingface.own_stages import trainer_mesh
 from penstock.huggingface.part_collator import (
     EXAMPLES,
     PARTS,
@@ -37,11 +36,11 @@ from penstock.huggingface.token_budget import NAME as TOKENS
 from penstock.huggingface.token_budget import TokenBudget, attention_share, read_budget
 from penstock.huggingface.trainer_batch import PartsBatch, TrainerBatch
 from penstock.huggingface.trainer_loss import TrainerLoss
+from penstock.huggingface.trainer_options import require_options, trainer_mesh
 from penstock.huggingface.trainer_refusals import (
     computes_own_loss,
     is_of_libraries,
     require_known_step,
-    require_options,
     require_own_parameters,
     require_plain_gradients,
     require_same_loss,
