@@ -15,6 +15,7 @@ from penstock.profile.model_profile import Profile, ProfiledLayer, Role
 from penstock.runtime.model import measured_split
 from penstock.runtime.model.measured_split import blocks_by_cost
 from penstock.runtime.model.stage_memory import make_stage_memory
+from penstock.runtime.workers.pool import LocalProcesses
 from penstock.schedule.families import build_schedule
 from penstock.stage.layers import as_layers
 
@@ -82,6 +83,32 @@ def test_embeddings_stay_with_the_first_stage_and_stages_share_their_rank():
     assert ends == (2, 4, 4, 2)
     # Both ranks have each stage of two pipelines, and the one with less memory limits it.
     assert split_within(profile_of(*[COST] * 4), "dualpipe", {1: 10.0}) is None
+
+
+def blocks_of_stages(rank: int, profile: Profile) -> list[int]:
+    free = {0: 2.9 * 4 * 4 * (64 * 64 + 64) / 0.9} if rank == 0 else {}
+    measured_split.free_memory = lambda *_: free
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    with penstock.Pipeline(
+        net, nn.functional.mse_loss, microbatches=4, split={"measured": profile}, ranks=2
+    ) as pipe:
+        x = torch.randn(4, 64)
+        pipe.step(x, x)
+        trace = pipe.gather_trace()
+        assert trace is not None
+        return [len(names) for names in trace.info["split"]]
+
+
+@pytest.mark.slow
+def test_every_process_knows_the_memory_of_all(processes: LocalProcesses):
+    net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    x = torch.randn(2, 64)
+    profile = penstock.profile_layers(net, x, target=x, loss_fn=nn.functional.mse_loss, measure=False)
+    try:
+        assert processes.run(2, blocks_of_stages, profile) == [[2, 4], [2, 4]]
+    finally:
+        processes.close()  # what replaced a function ends with them
 
 
 def test_a_split_by_a_profile_keeps_to_the_memory_and_warns_if_none_does(monkeypatch: pytest.MonkeyPatch):
