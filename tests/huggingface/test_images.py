@@ -223,6 +223,21 @@ def test_it_trains_and_evaluates_as_trainer_does(tmp_path: Path, family: str):
     assert_trained_alike(ours, theirs)
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *exhaustive("glm4v")])
+def test_a_microbatch_may_have_no_image(tmp_path: Path, family: str):
+    net = image_models.model(family)
+    rows = image_models.rows_with_grids(net, 4, without=1)
+
+    def some(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        whole = collate(examples)
+        return {n: v for n, v in whole.items() if len(v) or n not in image_models.BY_IMAGE}
+
+    data = {"train_dataset": rows, "eval_dataset": rows, "data_collator": some}
+    args = arguments(tmp_path, optim="sgd", learning_rate=0.1, max_steps=2, per_device_train_batch_size=4)
+    theirs, ours = (trainer(image_models.model(family), args, each, **data) for each in (None, PIPELINE))
+    assert_trained_alike(ours, theirs)
+
+
 def several(net: Any, count: int) -> list[dict[str, Tensor]]:
     """Return rows with one image, two or three, padded to one length."""
     whole = image_models.batch(net, rows=3 * count)

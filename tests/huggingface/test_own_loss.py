@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertForSequenceClassification, Trainer
 
 import penstock
+from penstock.huggingface.part_collator import TOGETHER, PartCollator
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import hf_models, hf_trainer, own_losses
 from tests.support.hf_trainer import arguments, assert_same_weights, assert_trained_alike, trainer
@@ -60,11 +61,24 @@ def test_a_function_of_outputs_and_labels_is_the_loss(tmp_path: Path):
 
 
 def test_the_first_batches_tell_a_loss_that_is_no_mean_over_examples(tmp_path: Path):
-    for kind, told in (("contrastive", 1), ("mean of tokens", 1), ("weighted", 0)):
+    for kind, told in (("contrastive", 1), ("mean of tokens", 1), ("against mean", 1), ("weighted", 0)):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             own_losses.make(tmp_path, PIPELINE, kind=kind, max_steps=2).train()
-        assert len([w for w in seen if "neither a mean over examples" in str(w.message)]) == told
+        messages = [str(w.message) for w in seen if "neither a mean over examples" in str(w.message)]
+        assert len(messages) == told
+        # Its gains are 0 as long as the model is as it was without adapters.
+        assert any("for other logits than" in message for message in messages) == (kind == "against mean")
+
+
+def test_later_batches_are_compared_now_and_then():
+    collate = PartCollator(lambda rows: {"input_ids": torch.stack(rows)}, 2, "input_ids", compares=True)
+    rows = list(torch.arange(12).reshape(6, 2))
+    found = [collate(rows).get(TOGETHER) for _ in range(40)]
+    assert [n for n, whole in enumerate(found, 1) if whole is not None] == [1, 2, 3, 4, 8, 16, 32]
+    assert found[0]["input_ids"].tolist() == torch.arange(12).reshape(6, 2).tolist()
+    of_four = PartCollator(collate.collator, 3, "input_ids", compares=True)(rows)
+    assert len(of_four[TOGETHER]["input_ids"]) == 4  # the first two microbatches alone
 
 
 def test_metrics_that_the_loss_keeps_are_not_kept_twice(tmp_path: Path):
@@ -268,6 +282,7 @@ def test_processes_and_replicas_train_as_trainer_does(tmp_path: Path, processes:
         hf_trainer.assert_as_plain(tmp_path, told, plain, name)
 
 
+@pytest.mark.filterwarnings("ignore:.*neither a mean over examples")
 def test_the_model_is_itself_after_training(tmp_path: Path):
     made = own_losses.make(tmp_path, PIPELINE, kind="against base")
     made.train()

@@ -143,17 +143,19 @@ def made(
     )  # fmt: skip
 
 
-def told(trainer: Any) -> list[dict[str, float]]:
-    """Train, and return every line with a loss."""
+def told(trainer: Any, evaluates: bool = False) -> list[dict[str, float]]:
+    """Train, and return every line with a loss, and the tokens that an evaluation after it says were seen."""
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
+    if evaluates:
+        lines.append({"tokens": trainer.evaluate(trainer.train_dataset)["eval_num_tokens"]})
     return [{name: value for name, value in line.items() if name not in ("epoch", "step")} for line in lines]
 
 
 def told_of_rank(
     rank: int, make: Any, folder: Path, pipeline: dict[str, Any] | None
 ) -> list[dict[str, float]]:
-    return told(make(folder, pipeline))
+    return told(make(folder, pipeline), evaluates=True)
 
 
 PREFERRED = [
@@ -199,7 +201,7 @@ def test_processes_and_replicas_log_the_metrics_of_trl_alone(
     tmp_path: Path, processes: LocalProcesses, name: str, options: dict[str, Any]
 ):
     make = partial(made, name=name, tiny=hf_folders.of_bytes(tmp_path), **options)
-    theirs = told(make(tmp_path, None))
+    theirs = told(make(tmp_path, None), evaluates=True)
     for size in (2, 4):
         pipeline = {"ranks": 2, "microbatches": 8 // size, "report": False}
         of_ranks = processes.run(
@@ -207,6 +209,18 @@ def test_processes_and_replicas_log_the_metrics_of_trl_alone(
         )
         for ours in of_ranks:
             assert ours == [pytest.approx(line, rel=1e-5, abs=1e-6) for line in theirs]
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "options"),
+    [("KTOTrainer", "kto", {}), ("DPOTrainer", "aot", {"loss_type": ["sigmoid", "aot"]})],
+)
+def test_a_loss_of_a_whole_batch_is_told_by_name(
+    tmp_path: Path, name: str, loss: str, options: dict[str, Any]
+):
+    make = partial(made, name=name, tiny=hf_folders.of_bytes(tmp_path), **options)
+    with pytest.warns(UserWarning, match=f"{name}'s loss '{loss}' compares the examples of a batch"):
+        make(tmp_path, {"ranks": 2, "microbatches": 4, "report": False})
 
 
 def test_a_trainer_that_generates_is_refused():

@@ -52,6 +52,18 @@ class AgainstBase(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class AgainstMean(Trainer):
+    """Compares what each row has gained on the model without its adapters with the mean of the batch: nothing at first."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(input_ids=inputs["input_ids"])
+        with torch.no_grad(), model.disable_adapter():
+            base = model(input_ids=inputs["input_ids"])
+        gains = (outputs.logits - base.logits)[:, 0].mean(-1)
+        loss = F.softplus(100 * (gains.mean().detach() - gains)).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
 class Contrastive(Trainer):
     """Rows of a batch are each other's negatives."""
 
@@ -71,8 +83,8 @@ class MeanOfTokens(Trainer):
 
 
 KINDS: dict[str, type[Trainer]] = {
-    "weighted": Weighted, "distilled": Distilled, "against base": AgainstBase, "contrastive": Contrastive,
-    "mean of tokens": MeanOfTokens,
+    "weighted": Weighted, "distilled": Distilled, "against base": AgainstBase, "against mean": AgainstMean,
+    "contrastive": Contrastive, "mean of tokens": MeanOfTokens,
 }  # fmt: skip
 
 
@@ -95,7 +107,7 @@ def rows_of(kind: str) -> list[dict[str, Tensor]]:
 def net_of(kind: str) -> Any:
     if kind in ("weighted", "contrastive"):
         return classifier()
-    return hf_trainer.adapted() if kind == "against base" else hf_trainer.model()
+    return hf_trainer.adapted() if kind.startswith("against") else hf_trainer.model()
 
 
 def make(

@@ -127,7 +127,8 @@ def from_transformers(model: object, *, seed: int = 0, check: bool = True) -> li
         _require_known_ties(pattern)
         return _layers(pattern, head_in(model), partial(_initialised, pattern, seed))
     raise ConfigError(
-        f"from_transformers takes a transformers model, a config or a local folder, got a {type(model).__name__}"
+        f"from_transformers takes a transformers model, a config or a local folder, got a {type(model).__name__}; a model "
+        "of your own is trained by penstock.Pipeline, not by a PipelineTrainer"
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import BatchError, describe_error
+from penstock.huggingface.image_division import BY_IMAGE
 from penstock.huggingface.token_budget import TokenBudget
 from penstock.stage.microbatches import even_cuts
 
@@ -17,9 +18,9 @@ PARTS = "parts"
 EXAMPLES = "examples"
 """Key of the number of examples in each of them."""
 TOGETHER = "together"
-"""Key of what the collator makes of all examples as one, in the first batches of a run that compares them."""
+"""Key of what the collator makes of the first two microbatches' examples as one, in batches that are compared."""
 _COMPARED = 3
-"""Batches that are compared: in one with examples of equal length, a mean over tokens is one over examples."""
+"""First batches that are compared: in one with examples of equal length, a mean over tokens is one over examples."""
 
 
 class PartCollator:
@@ -32,7 +33,8 @@ class PartCollator:
         parts: number of microbatches of a batch, of all replicas; or the tokens that each may have, by which examples of
             about the same length become a part.
         main_input: name of the tensor by which Trainer counts the tokens of a run.
-        compares: whether the first batches also have all their examples as one (default False).
+        compares: whether some batches also have two microbatches as one (default False): the first ones, and those whose
+            number is a power of two, since some losses differ only once the model has left its reference.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class PartCollator:
         compares: bool = False,
     ) -> None:
         self.collator, self.parts, self.main_input = collator, parts, main_input
-        self._compared = 0 if compares else _COMPARED
+        self._compares, self._batches = compares, 0
 
     def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
         """Return the microbatches, the number of examples in each, and the token ids and masks of all in one dimension."""
@@ -56,6 +58,9 @@ class PartCollator:
         parts = [
             self._collated([examples[i] for i in group], n, len(groups)) for n, group in enumerate(groups)
         ]
+        for name in BY_IMAGE & {key for part in parts for key in part}:
+            for part in parts:
+                part.setdefault(name, None)  # of rows without images
         _require_same_keys(parts)
         missing = count - len(groups)
         flat = {
@@ -64,9 +69,10 @@ class PartCollator:
             if all(isinstance(part.get(name), Tensor) for part in parts)
         }
         together = {}
-        if self._compared < _COMPARED and len(groups) > 1:
-            together = {TOGETHER: self._collated([examples[i] for group in groups for i in group], 0, 1)}
-            self._compared += 1
+        if self._compares and len(groups) > 1:
+            self._batches += 1
+            if self._batches <= _COMPARED or self._batches.bit_count() == 1:
+                together = {TOGETHER: self._collated([examples[i] for i in (*groups[0], *groups[1])], 0, 1)}
         return {
             **flat,
             **together,

@@ -272,7 +272,9 @@ class PipelineTrainerMixin(TrainerSaves):
         collator = self.data_collator
         if self._collates_parts:
             parts = self._budget or self.pipe.microbatches * self._replicas
-            compares = self._own_loss is not None and not is_of_libraries(self, PipelineTrainerMixin)
+            # A sum over targets that transformers or TRL divide by their number is that of its parts.
+            sums = is_of_libraries(self, PipelineTrainerMixin) and self._is_scaled(1)
+            compares = self._own_loss is not None and not sums
             main_input = self._whole_model.main_input_name
             self.data_collator = PartCollator(collator, parts, main_input, compares)
         try:
@@ -352,7 +354,7 @@ class PipelineTrainerMixin(TrainerSaves):
                 inputs = divided_by_rows(inputs, self.pipe.microbatches * self._replicas)
             scaled = self._is_scaled(num_items_in_batch)
             loss = own_loss.step(inputs[PARTS], inputs[EXAMPLES], num_items_in_batch, scaled, accumulated)
-            own_loss.compare_together(inputs, num_items_in_batch)
+            own_loss.compare_together(inputs, num_items_in_batch, scaled)
             self._first_step = False
             return loss.to(self.args.device)
         assert self._loss is not None

@@ -124,7 +124,9 @@ class PartsBatch:
         batches = [TrainerBatch(part, 1, loss, bool(n)) for part, n in zip(parts, examples, strict=True)]
         rows = [batch.rows for batch in batches]
         self.count = len(rows)
-        self.named = {name: joined([b.named[name] for b in batches], rows) for name in batches[0].named}
+        # A microbatch without images has none of their inputs.
+        names = dict.fromkeys(name for batch in batches for name in batch.named)
+        self.named = {name: joined([b.named.get(name) for b in batches], rows) for name in names}
         ids = [b.ids for b in batches]
         # Rows of two microbatches cannot be compared as one without what is given for each.
         apart = any(isinstance(value, Microbatches) for value in self.named.values())

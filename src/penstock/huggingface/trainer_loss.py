@@ -44,8 +44,12 @@ _OWN = frozenset({"use_cache", "return_dict"})
 """Arguments that stages have a value of their own for."""
 _OF_MIDDLE = ("output_hidden_states", "output_attentions")
 """Arguments that ask for the outputs of middle stages."""
-_NEAR = 1e-3
-"""Relative difference of two losses that another length of padding and order of sums explain."""
+_NEAR = {torch.float32: 1e-5}
+"""Relative difference of two losses that another length of padding and order of sums explain, by the dtype of the model."""
+_NEAR_IN_HALF = 1e-3
+"""The same of dtypes with fewer bits, and of float32 where matrix products have fewer."""
+_OF_A_BATCH = ("kto", "aot", "aot_unpaired", "sft")
+"""Losses of TRL's DPOTrainer and KTOTrainer that sort the examples of a batch, or take a mean over them or their tokens."""
 
 
 class _Found(BaseException):
@@ -137,7 +141,8 @@ class TrainerLoss:
         self._parts: list[_Part] = []
         self._of_libraries = of_libraries
         self._has_later: bool | None = None
-        self._told = False
+        self._told = self._of_libraries and self._tell_of_named_losses()
+        self._is_moved = False
         self._logs: list[dict[str, Any]] = []
         self._named = {*own.named, *own.images}
         self.adapters = AdapterSwitch(trainer.model, model)
@@ -269,43 +274,80 @@ class TrainerLoss:
         metrics["train"].clear()
         for name in dict.fromkeys(name for kept in of_replicas for name in kept):
             metrics["train"][name] = [value for kept in of_replicas for value in kept.get(name, [])]
-        if "num_tokens" in metrics["train"]:  # the only one that TRL does not average
-            metrics["train"]["num_tokens"] = [sum(count for _, _, count in told)]
+        for of_mode in metrics.values():
+            if (
+                "num_tokens" in of_mode
+            ):  # the only one that TRL does not average; of the training in an evaluation, too
+                of_mode["num_tokens"] = [sum(count for _, _, count in told)]
 
-    def compare_together(self, batch: Mapping[str, Any], items: Any) -> None:
-        """Warn once if a batch's loss is not the mean of its parts' losses, as with negatives within a batch.
+    def compare_together(self, batch: Mapping[str, Any], items: Any, scaled: bool) -> None:
+        """Warn once if the loss of two microbatches as one is not the mean of their losses, as with negatives in a batch.
+
+        The losses are compared of the model as it is, and of one with other logits: of preferences, a loss that ranks the
+        examples of a batch, or subtracts their mean, differs only where the model differs from its reference.
 
         Args:
-            batch: one of the first batches, with what the collator makes of all its examples together.
+            batch: a batch with what the collator makes of the first two microbatches together; others are not compared.
             items: what Trainer gives as ``num_items_in_batch``.
+            scaled: whether Trainer adds the losses of accumulated batches.
         """
         if TOGETHER not in batch or self._told:
             return
-        total = sum(batch[EXAMPLES])
-        given = [(part, n) for part, n in zip(batch[PARTS], batch[EXAMPLES], strict=True) if n]
-        given += [given[0], (batch[TOGETHER], total)]
-        parts = [self._part(part, n, total, items, True, 1) for part, n in given]
+        if self._of_libraries and _rows(batch[TOGETHER]) != sum(map(_rows, batch[PARTS][:2])):
+            return  # rows are packed, and one of all examples may be too long for a device
+        counts = batch[EXAMPLES][:2]
+        total = sum(counts)
+        given = [*zip(batch[PARTS][:2], counts, strict=True), (batch[PARTS][0], counts[0])]
+        given.append((batch[TOGETHER], total))
+        parts = [self._part(part, n, total, items, scaled, 1) for part, n in given]
         model = self._trainer.model
         trains = model.training
         model.eval()
         try:
             with torch.no_grad(), self.evaluating():
-                *each, again, whole = [self._loss_alone(part) for part in parts]
+                for self._is_moved in (False, True):
+                    first, second, again, whole = [self._loss_alone(part) for part in parts]
+                    # Not of a loss that draws, which has another value each time, nor one that reads weights of other
+                    # processes.
+                    if again != first or any(math.isnan(loss) for loss in (first, second, whole)):
+                        return
+                    if abs(first + second - whole) > self._near * max(abs(first + second), abs(whole)):
+                        self._tell(first + second, whole)
+                        return
         finally:
+            self._is_moved = False
             model.train(trains)
-        # Not of a loss that draws, which has another value each time, nor one that reads weights of other processes.
-        if any(math.isnan(loss) for loss in (*each, whole)) or again != each[0]:
-            return
-        mean = sum(each)
-        if abs(mean - whole) > _NEAR * max(abs(mean), abs(whole)):
-            self._told = True
+
+    @property
+    def _near(self) -> float:
+        exact = self._autocast is None and torch.get_float32_matmul_precision() == "highest"
+        return _NEAR.get(self._model.dtype, _NEAR_IN_HALF) if exact else _NEAR_IN_HALF
+
+    def _tell_of_named_losses(self) -> bool:
+        """Warn of a loss of TRL that is of a whole batch; return whether it is one."""
+        types = getattr(self._trainer, "loss_types", None) or [getattr(self._trainer, "loss_type", None)]
+        named = [name for name in _OF_A_BATCH if name in types]
+        if named:
             warnings.warn(
-                f"{self._name}.compute_loss gives {whole:.6g} for a batch, and {mean:.6g} as the mean of its microbatches: "
-                "it is neither a mean over examples nor a sum over targets divided by num_items_in_batch (as with negatives "
-                "within a batch, class weights, a sum over the batch, or a mean over its tokens). The pipeline trains with "
-                "the mean of the microbatches. This is said once, and compared in the first steps alone",
-                stacklevel=2,
+                f"{self._name}'s loss {named[0]!r} compares the examples of a batch, or takes a mean over them, and the "
+                f"pipeline computes it of each microbatch, as plain {self._name} does of as many accumulated batches; the "
+                "fewer microbatches, the nearer it is to the loss of the batch",
+                stacklevel=4,
             )
+        return bool(named)
+
+    def _tell(self, mean: float, whole: float) -> None:
+        self._told = True
+        of_model = ", for other logits than those that the model has now" if self._is_moved else ""
+        warnings.warn(
+            f"{self._name}.compute_loss gives {whole:.6g} for two microbatches as one, and {mean:.6g} as their mean"
+            f"{of_model}: it is neither a mean over examples nor a sum over targets divided by num_items_in_batch (as with "
+            "negatives within a batch, class weights, a sum over the batch, a mean over its tokens, or TRL's KTO and AOT). "
+            "The pipeline trains with the mean of the microbatches, as plain Trainer does with as many accumulated batches. "
+            "Take fewer microbatches, or write the loss as a mean over examples. This is said once, and compared now and "
+            "then",
+            stacklevel=3,
+        )
 
     def _loss_alone(self, part: _Part) -> float:
         """Return a microbatch's weighted loss in an evaluation; NaN where it cannot be computed."""
@@ -466,6 +508,9 @@ class TrainerLoss:
             if not here:
                 return {}
             hidden = torch.cat([here[n] for n in sorted(here)])[:rows]
+            if self._is_moved and not self.adapters.has_others:
+                # Another direction at every token, which does not depend on the other rows or on padding.
+                hidden = hidden + hidden.roll(1, -1)
             reached = Reached(self._own.head, hidden, self._of_last(named), ids if self._own.pools else None)
             return {0: self._made(reached, rest)}
 
@@ -492,7 +537,8 @@ class TrainerLoss:
         divided = [self._divided(call) for call in calls]
         rows = [len(ids) for ids, _, _ in divided]
         ids = Microbatches([ids for ids, _, _ in divided])
-        return ids, {name: joined([named[name] for _, named, _ in divided], rows) for name in divided[0][1]}
+        names = dict.fromkeys(name for _, named, _ in divided for name in named)
+        return ids, {name: joined([named.get(name) for _, named, _ in divided], rows) for name in names}
 
     def _divided(self, call: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
         """Return a call's token ids, the named inputs of stages, and what the last one alone takes."""
@@ -603,6 +649,11 @@ def _require_same(call: Mapping[str, Any], before: Mapping[str, Any]) -> None:
                 f"compute_loss calls the model with another {name} on the last stage than before the step; what it gives "
                 "the model must follow from its inputs alone. Make what is random, or counted, in the data collator"
             )
+
+
+def _rows(inputs: Mapping[str, Any]) -> int:
+    """Return the number of rows of what a collator makes."""
+    return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()), 0)
 
 
 def _described(value: object) -> str:

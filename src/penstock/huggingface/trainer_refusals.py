@@ -170,7 +170,7 @@ def require_supported_trainer(trainer: Any, in_processes: bool) -> None:
         raise ConfigError(
             "model_init makes a new model when training begins, and the pipeline is built before; give model=model_init()"
         )
-    if getattr(trainer.model.config, "output_router_logits", False):
+    if getattr(getattr(trainer.model, "config", None), "output_router_logits", False):
         raise ConfigError(
             "the config's output_router_logits is set, and Trainer adds the auxiliary loss of the whole batch's routers, "
             "which a pipeline never has at once; set it to False (TRL's SFTTrainer sets it unless router_aux_loss_coef=0.0 "
