@@ -380,14 +380,18 @@ class OwnForward:
                     yield full, child
 
     def _require_plain(self) -> None:
+        for path in (*self._around, *self.paths):
+            if "forward" in vars(self.model.get_submodule(path)):
+                where = path or type(self.model).__name__
+                raise self._refusal(
+                    f"the forward of {where} was replaced; change its class or the modules in it"
+                )
         for path in self._around:
             module = self.model.get_submodule(path)
             where = path or type(self.model).__name__
             own = [name for name, _ in module.named_parameters(recurse=False)]
             if own and (self._is_pattern or not self.images):
                 raise self._refusal(f"{where} has a parameter of its own, {own[0]}, beside its modules")
-            if "forward" in vars(module):
-                raise self._refusal(f"the forward of {where} was replaced")
             owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
             if path and package_of(owner) not in ("transformers", package_of(type(self.model.config))):
                 raise self._refusal(
@@ -399,11 +403,6 @@ class OwnForward:
             if any(hooks) if path else has_forward_hooks(module):
                 raise self._refusal(
                     f"{where} has hooks, and no stage runs the whole of it; put them on its blocks or on the modules around"
-                )
-        for path in self.paths:
-            if "forward" in vars(self.model.get_submodule(path)):
-                raise self._refusal(
-                    f"the forward of {path} was replaced; change its class or the modules in it"
                 )
 
     def _run(

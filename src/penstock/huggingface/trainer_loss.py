@@ -44,10 +44,13 @@ _OWN = frozenset({"use_cache", "return_dict"})
 """Arguments that stages have a value of their own for."""
 _OF_MIDDLE = ("output_hidden_states", "output_attentions")
 """Arguments that ask for the outputs of middle stages."""
-_NEAR = {torch.float32: 1e-5}
-"""Relative difference of two losses that another length of padding and order of sums explain, by the dtype of the model."""
-_NEAR_IN_HALF = 1e-3
-"""The same of dtypes with fewer bits, and of float32 where matrix products have fewer."""
+_NEAR, _NEAR_IN_HALF = 1e-5, 1e-3
+"""Relative difference of two losses that other padding and another order of sums explain, in float32 and with fewer bits.
+
+In float32 a mean over rows differs by less than 1e-6 (Llama of width 64, losses of TRL).
+"""
+_SMALL = 0.1
+"""Loss below which differences are relative to it: a small loss may be the difference of larger numbers."""
 _OF_A_BATCH = ("kto", "aot", "aot_unpaired", "sft")
 """Losses of TRL's DPOTrainer and KTOTrainer that sort the examples of a batch, or take a mean over them or their tokens."""
 
@@ -275,9 +278,8 @@ class TrainerLoss:
         for name in dict.fromkeys(name for kept in of_replicas for name in kept):
             metrics["train"][name] = [value for kept in of_replicas for value in kept.get(name, [])]
         for of_mode in metrics.values():
-            if (
-                "num_tokens" in of_mode
-            ):  # the only one that TRL does not average; of the training in an evaluation, too
+            # The only one that TRL does not average; in an evaluation it has the tokens of the training.
+            if "num_tokens" in of_mode:
                 of_mode["num_tokens"] = [sum(count for _, _, count in told)]
 
     def compare_together(self, batch: Mapping[str, Any], items: Any, scaled: bool) -> None:
@@ -305,13 +307,16 @@ class TrainerLoss:
         model.eval()
         try:
             with torch.no_grad(), self.evaluating():
-                for self._is_moved in (False, True):
+                for moved in (False, True):
+                    self._is_moved = moved
                     first, second, again, whole = [self._loss_alone(part) for part in parts]
                     # Not of a loss that draws, which has another value each time, nor one that reads weights of other
                     # processes.
                     if again != first or any(math.isnan(loss) for loss in (first, second, whole)):
                         return
-                    if abs(first + second - whole) > self._near * max(abs(first + second), abs(whole)):
+                    if abs(first + second - whole) > self._near * max(
+                        abs(first + second), abs(whole), _SMALL
+                    ):
                         self._tell(first + second, whole)
                         return
         finally:
@@ -320,8 +325,9 @@ class TrainerLoss:
 
     @property
     def _near(self) -> float:
-        exact = self._autocast is None and torch.get_float32_matmul_precision() == "highest"
-        return _NEAR.get(self._model.dtype, _NEAR_IN_HALF) if exact else _NEAR_IN_HALF
+        whole = self._model.dtype is torch.float32 and not getattr(self._model, "is_quantized", False)
+        exact = whole and self._autocast is None and torch.get_float32_matmul_precision() == "highest"
+        return _NEAR if exact else _NEAR_IN_HALF
 
     def _tell_of_named_losses(self) -> bool:
         """Warn of a loss of TRL that is of a whole batch; return whether it is one."""
