@@ -319,6 +319,8 @@ class TrainerLoss:
                     ):
                         self._tell(first + second, whole)
                         return
+        except ConfigError:
+            return  # what evaluations refuse, such as images that do not belong to rows, says nothing of the loss
         finally:
             self._is_moved = False
             model.train(trains)
