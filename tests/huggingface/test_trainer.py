@@ -283,6 +283,11 @@ def test_what_cannot_work_is_refused_at_once(
         trainer(**given)
 
 
+def test_a_trainer_without_ranks_says_that_nothing_is_divided(tmp_path: Path):
+    with pytest.warns(UserWarning, match="pipeline has no 'ranks', so one rank has the whole model"):
+        trainer(model(), arguments(tmp_path), {"microbatches": 2, "report": False})
+
+
 def test_a_trainer_without_options_says_which_it_needs(tmp_path: Path):
     with pytest.raises(penstock.ConfigError, match="how many microbatches"):
         penstock.PipelineTrainer(model(), arguments(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -211,6 +212,12 @@ class PipelineTrainerMixin(TrainerSaves):
             autocast=torch.bfloat16 if settings.bf16 else None,
             **options,
         )
+        if self.pipe.ranks == 1 and "ranks" not in options:
+            warnings.warn(
+                "pipeline has no 'ranks', so one rank has the whole model and nothing is divided; give their number, "
+                'as in {"ranks": 2, "microbatches": 8}, or "devices" with a device for each',
+                stacklevel=2,
+            )
         if self._has_devices:
             # As transformers says it of a model that a device_map has spread, which accelerate then leaves where it is.
             base.hf_device_map = {n.rpartition(".")[0]: p.device for n, p in base.named_parameters()}

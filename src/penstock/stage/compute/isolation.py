@@ -76,7 +76,7 @@ class Isolation:
             # cannot be put on the meta device as the objects that they are.
             if known is not None and getattr(known[0], known[1], None) is leaf:
                 raise PenstockError(
-                    f"a layer uses the parameter {known[2]} of another stage without owning it; register it in the layer, "
-                    "too (self.weight = other.weight), so that it is known as tied, or keep both layers on one stage "
-                    "(split=...); for a penalty on weights, see docs/troubleshooting.md"
+                    f"a layer or the loss uses the parameter {known[2]} of another stage without owning it; register it in "
+                    "the layer, too (self.weight = other.weight), so that it is known as tied, or keep both layers on one "
+                    "stage (split=...); for a penalty on weights, see docs/troubleshooting.md"
                 )
