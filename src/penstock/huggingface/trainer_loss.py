@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,11 +21,11 @@ from torch import Tensor
 
 from penstock.base.errors import ConfigError
 from penstock.huggingface.adapter_switch import AdapterSwitch
+from penstock.huggingface.batch_loss_check import BatchLossCheck
 from penstock.huggingface.image_division import divided_images
 from penstock.huggingface.model_calls import ModelCalls
 from penstock.huggingface.model_outputs import plain_output, restored_output
 from penstock.huggingface.own_forward import OwnForward, Reached
-from penstock.huggingface.part_collator import EXAMPLES, PARTS, TOGETHER
 from penstock.huggingface.thrown_away_run import random_state, same_random_state, thrown_away
 from penstock.huggingface.trainer_batch import filled, for_every_row, joined, without_offsets
 from penstock.runtime.pipeline import Pipeline
@@ -44,15 +43,6 @@ _OWN = frozenset({"use_cache", "return_dict"})
 """Arguments that stages have a value of their own for."""
 _OF_MIDDLE = ("output_hidden_states", "output_attentions")
 """Arguments that ask for the outputs of middle stages."""
-_NEAR, _NEAR_IN_HALF = 1e-5, 1e-3
-"""Relative difference of two losses that other padding and another order of sums explain, in float32 and with fewer bits.
-
-In float32 a mean over rows differs by less than 1e-6 (Llama of width 64, losses of TRL).
-"""
-_SMALL = 0.1
-"""Loss below which differences are relative to it: a small loss may be the difference of larger numbers."""
-_OF_A_BATCH = ("kto", "aot", "aot_unpaired", "sft")
-"""Losses of TRL's DPOTrainer and KTOTrainer that sort the examples of a batch, or take a mean over them or their tokens."""
 
 
 class _Found(BaseException):
@@ -144,8 +134,7 @@ class TrainerLoss:
         self._parts: list[_Part] = []
         self._of_libraries = of_libraries
         self._has_later: bool | None = None
-        self._told = self._of_libraries and self._tell_of_named_losses()
-        self._is_moved = False
+        self._check = BatchLossCheck(trainer, model, of_libraries, autocast)
         self._logs: list[dict[str, Any]] = []
         self._named = {*own.named, *own.images}
         self.adapters = AdapterSwitch(trainer.model, model)
@@ -283,79 +272,27 @@ class TrainerLoss:
                 of_mode["num_tokens"] = [sum(count for _, _, count in told)]
 
     def compare_together(self, batch: Mapping[str, Any], items: Any, scaled: bool) -> None:
-        """Warn once if the loss of two microbatches as one is not the mean of their losses, as with negatives in a batch.
-
-        The losses are compared of the model as it is, and of one with other logits: of preferences, a loss that ranks the
-        examples of a batch, or subtracts their mean, differs only where the model differs from its reference.
+        """Warn once if the loss of two microbatches as one is not the mean of their losses; see `BatchLossCheck`.
 
         Args:
             batch: a batch with what the collator makes of the first two microbatches together; others are not compared.
             items: what Trainer gives as ``num_items_in_batch``.
             scaled: whether Trainer adds the losses of accumulated batches.
         """
-        if TOGETHER not in batch or self._told:
+        if not self._check.compares(batch):
             return
-        if self._of_libraries and _rows(batch[TOGETHER]) != sum(map(_rows, batch[PARTS][:2])):
-            return  # rows are packed, and one of all examples may be too long for a device
-        counts = batch[EXAMPLES][:2]
-        total = sum(counts)
-        given = [*zip(batch[PARTS][:2], counts, strict=True), (batch[PARTS][0], counts[0])]
-        given.append((batch[TOGETHER], total))
-        parts = [self._part(part, n, total, items, scaled, 1) for part, n in given]
+
+        def loss(inputs: Mapping[str, Any], examples: int, total: int) -> float:
+            return self._loss_alone(self._part(inputs, examples, total, items, scaled, 1))
+
         model = self._trainer.model
         trains = model.training
         model.eval()
         try:
             with torch.no_grad(), self.evaluating():
-                for moved in (False, True):
-                    self._is_moved = moved
-                    first, second, again, whole = [self._loss_alone(part) for part in parts]
-                    # Not of a loss that draws, which has another value each time, nor one that reads weights of other
-                    # processes.
-                    if again != first or any(math.isnan(loss) for loss in (first, second, whole)):
-                        return
-                    if abs(first + second - whole) > self._near * max(
-                        abs(first + second), abs(whole), _SMALL
-                    ):
-                        self._tell(first + second, whole)
-                        return
-        except ConfigError:
-            return  # what evaluations refuse, such as images that do not belong to rows, says nothing of the loss
+                self._check.compare(batch, loss)
         finally:
-            self._is_moved = False
             model.train(trains)
-
-    @property
-    def _near(self) -> float:
-        whole = self._model.dtype is torch.float32 and not getattr(self._model, "is_quantized", False)
-        exact = whole and self._autocast is None and torch.get_float32_matmul_precision() == "highest"
-        return _NEAR if exact else _NEAR_IN_HALF
-
-    def _tell_of_named_losses(self) -> bool:
-        """Warn of a loss of TRL that is of a whole batch; return whether it is one."""
-        types = getattr(self._trainer, "loss_types", None) or [getattr(self._trainer, "loss_type", None)]
-        named = [name for name in _OF_A_BATCH if name in types]
-        if named:
-            warnings.warn(
-                f"{self._name}'s loss {named[0]!r} compares the examples of a batch, or takes a mean over them, and the "
-                f"pipeline computes it of each microbatch, as plain {self._name} does of as many accumulated batches; the "
-                "fewer microbatches, the nearer it is to the loss of the batch",
-                stacklevel=4,
-            )
-        return bool(named)
-
-    def _tell(self, mean: float, whole: float) -> None:
-        self._told = True
-        of_model = ", for other logits than those that the model has now" if self._is_moved else ""
-        warnings.warn(
-            f"{self._name}.compute_loss gives {whole:.6g} for two microbatches as one, and {mean:.6g} as their mean"
-            f"{of_model}: it is neither a mean over examples nor a sum over targets divided by num_items_in_batch (as with "
-            "negatives within a batch, class weights, a sum over the batch, a mean over its tokens, or TRL's KTO and AOT). "
-            "The pipeline trains with the mean of the microbatches, as plain Trainer does with as many accumulated batches. "
-            "Take fewer microbatches, or write the loss as a mean over examples. This is said once, and compared now and "
-            "then",
-            stacklevel=3,
-        )
 
     def _loss_alone(self, part: _Part) -> float:
         """Return a microbatch's weighted loss in an evaluation; NaN where it cannot be computed."""
@@ -516,7 +453,7 @@ class TrainerLoss:
             if not here:
                 return {}
             hidden = torch.cat([here[n] for n in sorted(here)])[:rows]
-            if self._is_moved and not self.adapters.has_others:
+            if self._check.moves_logits and not self.adapters.has_others:
                 # Another direction at every token, which does not depend on the other rows or on padding.
                 hidden = hidden + hidden.roll(1, -1)
             reached = Reached(self._own.head, hidden, self._of_last(named), ids if self._own.pools else None)
@@ -657,11 +594,6 @@ def _require_same(call: Mapping[str, Any], before: Mapping[str, Any]) -> None:
                 f"compute_loss calls the model with another {name} on the last stage than before the step; what it gives "
                 "the model must follow from its inputs alone. Make what is random, or counted, in the data collator"
             )
-
-
-def _rows(inputs: Mapping[str, Any]) -> int:
-    """Return the number of rows of what a collator makes."""
-    return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()), 0)
 
 
 def _described(value: object) -> str:
