@@ -33,8 +33,10 @@ class Walk:
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         """Note a call."""
+        if not self.watching or event != "call":
+            return
         path = Path(frame.f_code.co_filename)
-        if self.watching and event == "call" and path.is_relative_to(SOURCE):
+        if path.is_relative_to(SOURCE):
             name = path.relative_to(SOURCE).as_posix()
             self.files.setdefault(name, frame.f_code.co_qualname.replace("<locals>.", ""))
 
