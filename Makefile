@@ -1,6 +1,6 @@
 # Targets: demo (installs only what a user needs), setup (what test needs), test (lint, types, the fast tests), setup-ci (what all
-# tests need), test-slow (processes, faults, browsers, recipes), test-all (the rest of the products of parameters; THIRD=0, 1 or 2
-# runs a third), docs (builds docs/_build/html/index.html). Each may be run again; what is done is skipped. `make coverage` runs all
+# tests need), test-slow (processes, faults, browsers, recipes), test-all (the rest of the products of parameters; PART=0/6
+# runs a sixth), docs (builds docs/_build/html/index.html). Each may be run again; what is done is skipped. `make coverage` runs all
 # tests and prints the lines and branches of src that they reach (COVERED='-m "not slow"': those of the fast tests), `make report` the
 # size of src.
 # The workflows use the others: test-fast (test without lint), test-threads (those for macOS), types (checks types for a newer
@@ -83,7 +83,7 @@ test-slow: setup-ci
 	$(PYTEST) --no-loadscope-reorder -m "slow and not exhaustive"
 
 test-all: setup-ci
-	$(PYTEST) --no-loadscope-reorder -m exhaustive $(if $(THIRD),--third $(THIRD))
+	$(PYTEST) --no-loadscope-reorder -m exhaustive $(if $(PART),--part $(PART))
 
 docs: $(FOR_DOCS)
 	$(BIN)/python -m sphinx -b html -W --keep-going -n docs docs/_build/html

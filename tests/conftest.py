@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import multiprocessing
 import os
@@ -57,11 +58,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--third",
-        type=int,
-        choices=(0, 1, 2),
-        help="run this third of the chosen cases, divided by their names",
+        "--part",
+        type=part_of,
+        metavar="N/M",
+        help="run part N, from 0 on, of the chosen cases, which their names divide into M",
     )
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """Read the N/M of ``--part``."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not int(found[1]) < int(found[2]):
+        raise argparse.ArgumentTypeError(f"must be N/M with N from 0 to M - 1, as in 0/6, got {text!r}")
+    return int(found[1]), int(found[2])
+
+
+def is_in_part(name: str, part: int, parts: int) -> bool:
+    """Return whether a case belongs to a part, the same in all workers and on all machines."""
+    return zlib.crc32(name.encode()) % parts == part
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -83,9 +97,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    third = config.option.third
-    if third is not None:
-        left_out = [item for item in items if zlib.crc32(item.nodeid.encode()) % 3 != third]
+    if config.option.part is not None:
+        left_out = [item for item in items if not is_in_part(item.nodeid, *config.option.part)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
 

@@ -49,7 +49,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 OWN_PARTS = ("train.callbacks=own_hooks:Notes", "schedule.name=own_hooks:build")
-VERIFY = ("--ranks", "2", "--schedule", "own_hooks:build", "--transport", "processes", "--steps", "1")
+VERIFY = (
+    "--ranks", "2", "--microbatches", "2", "--schedule", "own_hooks:build", "--transport", "processes", "--steps", "1",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

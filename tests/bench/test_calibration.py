@@ -28,7 +28,7 @@ def calibrated(rank: int = 0, dp: int = 1) -> tuple[Profile, Cluster]:
     return calibrate(*given, rows=2, ranks=2, steps=2), cluster
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_calibrated_profile_and_the_measured_cluster_give_a_prediction():
     profile, cluster = calibrated()
     assert (cluster.devices, cluster.dtype) == (2, "fp32")
@@ -43,7 +43,7 @@ def test_a_calibrated_profile_and_the_measured_cluster_give_a_prediction():
     assert 1e-6 < prediction.step_seconds < 60
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processes_measure_together(processes: LocalProcesses):
     (_, first), (_, second) = processes.run(2, calibrated, 2)
     assert first.node.reduce_bandwidth is not None

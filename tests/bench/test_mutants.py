@@ -73,6 +73,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, name: str, plant: Callable[[Changes
     )
 
 
+@pytest.mark.exhaustive
 def test_mutants_that_are_missed_unnamed_or_unreached_fail_the_command(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ):

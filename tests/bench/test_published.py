@@ -103,6 +103,7 @@ def test_the_pages_have_every_section():
     assert len(titles) == len(published.SECTIONS)
 
 
+@pytest.mark.exhaustive
 def test_a_preset_holds_rates_that_a_fit_cannot_improve_much():
     cluster, measured = read_cluster("b200"), fitted_runs("b200")
     held = preset_rates(cluster, RATED["b200"])

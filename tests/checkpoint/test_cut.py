@@ -44,7 +44,7 @@ def go_on(rank: int, folder: Path, mesh: MeshShape | None, own: bool = False):
 
 
 @pytest.mark.parametrize("sizes", [*slow([2, 1, 2]), *exhaustive([2, 1, 4])], ids=["to 2", "to 4"])
-@pytest.mark.parametrize("own", [False, True], ids=["PipelineOptimizer", "torch.optim"])
+@pytest.mark.parametrize("own", [False, *exhaustive(True)], ids=["PipelineOptimizer", "torch.optim"])
 def test_sharded_gpt2_is_saved_in_full_and_continues_sharded_or_not(
     tmp_path: Path, processes: LocalProcesses, own: bool, sizes: list[int]
 ):

@@ -237,6 +237,7 @@ def test_a_schedule_of_learning_rates_is_taken_over_or_moved_to_the_step():
             _schedule(own, None, 3)
 
 
+@pytest.mark.slow
 def test_a_folder_that_does_not_fit_is_refused_and_nothing_is_written(saved_twice: Path, tmp_path: Path):
     first = saved_twice / "step-00000002"
     export_dcp(first, tmp_path / "dcp")

@@ -160,7 +160,7 @@ def outputs(folder: Path, *options: str, **environments: dict[str, str]) -> list
     return told
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # a loop under srun is in tests/runtime/start/test_launch_environment.py
 def test_under_srun_every_task_is_a_rank_of_one_run(tmp_path: Path):
     step = SRUN | {
         "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2",

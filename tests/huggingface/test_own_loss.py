@@ -19,7 +19,7 @@ from penstock.huggingface.part_collator import TOGETHER, PartCollator
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import hf_models, hf_trainer, own_losses
 from tests.support.hf_trainer import arguments, assert_same_weights, assert_trained_alike, trainer
-from tests.support.lanes import exhaustive
+from tests.support.lanes import exhaustive, slow
 
 PIPELINE = {"ranks": 2, "microbatches": own_losses.MICROBATCHES, "report": False}
 
@@ -29,8 +29,7 @@ PIPELINE = {"ranks": 2, "microbatches": own_losses.MICROBATCHES, "report": False
     ("kind", "schedule"),
     [
         ("weighted", "1f1b"),
-        ("distilled", "zb-v"),
-        ("against base", "1f1b"),
+        *slow(("distilled", "zb-v"), ("against base", "1f1b")),
         *exhaustive(("contrastive", "zb-h1"), ("against base", "chimera"), ("weighted", "dualpipe-v")),
     ],
 )

@@ -14,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support import hf_folders
-from tests.support.lanes import exhaustive
 
 pytestmark = pytest.mark.slow
 DOCS = Path(__file__).parents[2] / "docs"
@@ -68,7 +67,9 @@ ALL_QLORA = [command for command in COMMANDS if command.endswith("qlora.py")]
 TUNE = [command for command in COMMANDS if command.endswith(" tune.py")]
 
 
-@pytest.mark.parametrize("command", [*ALL_QLORA[:1], *exhaustive(*ALL_QLORA[1:], *TUNE)])
+# A launch of two ranks by torchrun: tests/huggingface/test_trainer_launches.py.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("command", [*ALL_QLORA, *TUNE])
 def test_the_script_runs_as_printed(tmp_path: Path, command: str):
     small_model(tmp_path)
     launcher, *words = command.split()

@@ -86,8 +86,7 @@ def make(
     [
         # The last batch has one example, fewer than ranks.
         (False, "1f1b", {"count": 17}),
-        (True, "zb-v", {"count": 17}),
-        *slow((False, "zb-h1", {"gradient_accumulation_steps": 2})),
+        *slow((True, "zb-v", {"count": 17}), (False, "zb-h1", {"gradient_accumulation_steps": 2})),
         *exhaustive((True, "1f1b", {}), (False, "chimera", {}), (False, "interleaved-1f1b", {})),
     ],
 )

@@ -62,7 +62,8 @@ def test_figures_are_those_of_the_closed_form(kind: str, tmp_path: Path):
             assert theirs.saved_bytes < ours.saved_bytes < theirs.saved_bytes + more
 
 
-@pytest.mark.parametrize("tied", [*slow(True), *exhaustive(False)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tied", [True, False])
 def test_experts_count_the_products_of_the_chosen_ones_and_all_parameters(tied: bool, tmp_path: Path):
     path = written(tmp_path, "mixtral", tie_word_embeddings=tied, **MIXTURE)
     profile = traced(path, 32)

@@ -29,9 +29,9 @@ PAGES = {
 """Pages, each with the least number of our names in its tables."""
 
 
-# The first has programs of both sides, torch's and ours, and accelerate.md those of a trainer.
+# The first has programs of both sides, torch's and ours.
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [*list(PAGES)[:2], *exhaustive(*list(PAGES)[2:])])
+@pytest.mark.parametrize("page", [*list(PAGES)[:1], *exhaustive(*list(PAGES)[1:])])
 def test_programs_and_commands_of_a_page_run_and_both_programs_print_the_same_losses(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

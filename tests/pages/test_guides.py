@@ -17,6 +17,7 @@ import torch
 from penstock.schedule.families import lookup
 from penstock.train.config.config import from_mapping
 from tests.support.documentation import DOCS, ROOT, blocks, llama_3_8b
+from tests.support.lanes import exhaustive
 from tests.support.page import SHORTER, Reader, require_options
 
 FEWER_STEPS = {"range(40)": "range(2)", "% 20": "% 1"}
@@ -28,7 +29,7 @@ FEWER_STEPS = {"range(40)": "range(2)", "% 20": "% 1"}
     "page",
     [
         "memory.md", "which_parallelism.md", "clusters.md", "start.md", "models.md", "planning.md",
-        "find_the_wrong_tensor.md", "more_model_than_memory.md", "unlike_devices.md",
+        "more_model_than_memory.md", "unlike_devices.md", *exhaustive("find_the_wrong_tensor.md"),
     ],
 )  # fmt: skip
 def test_a_guide_runs_from_top_to_bottom(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -43,7 +44,7 @@ def test_a_guide_runs_from_top_to_bottom(page: str, tmp_path: Path, monkeypatch:
         assert (tmp_path / "store.svg").read_text() == (DOCS / "schedules" / "store.svg").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_command_of_the_page_on_training_prints_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -30,7 +30,7 @@ from penstock.runtime.workers.pool import LocalProcesses
 from tests.parallel.trained import MICROBATCHES, Result, built_in, plain, require_same, tokens, trained
 from tests.support.beside import SampleExchange, on_parts
 from tests.support.groups import run_cases
-from tests.support.lanes import slow
+from tests.support.lanes import exhaustive, slow
 
 CLASSES, WIDTH, HEADS, ROWS, TOKENS = 17, 16, 4, 8, 32
 
@@ -147,7 +147,9 @@ FOUR = [
 
 
 @pytest.mark.parametrize(
-    ("size", "cases"), [(2, TWO[:1]), *slow((2, TWO[1:]), (4, FOUR))], ids=["one", "two", "four"]
+    ("size", "cases"),
+    [(2, TWO[:1]), *slow((2, TWO[1:]), (4, FOUR[:2])), *exhaustive((4, FOUR[2:]))],
+    ids=["one", "two", "four, pp", "four"],
 )
 def test_losses_gradients_and_weights_are_those_of_one_process(
     processes: LocalProcesses, size: int, cases: list[Case]

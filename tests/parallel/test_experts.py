@@ -35,7 +35,7 @@ from penstock.schedule.ops import Kind
 from tests.parallel.trained import MICROBATCHES, Result, plain, require_same, trained
 from tests.support.beside import Line
 from tests.support.groups import outcome, run_cases
-from tests.support.lanes import slow
+from tests.support.lanes import exhaustive, slow
 from tests.support.mixtures import CLASSES, LoopedExperts, MixtureBlock, batch, loss_of, mixture
 
 
@@ -74,7 +74,9 @@ FOUR = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, FEW), *slow((2, TWO), (4, FOUR))])
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(2, FEW), *slow((2, TWO), (4, FOUR[:2])), *exhaustive((4, FOUR[2:]))]
+)
 def test_processes_give_what_one_gives(processes: LocalProcesses, ranks: int, cases: list[Case]):
     results = run_cases(processes, ranks, divided, [(case,) for case in cases])
     for case, by_rank in zip(cases, results, strict=True):

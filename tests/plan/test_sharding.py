@@ -137,6 +137,7 @@ def test_holders_of_a_stage_add_up_gradients_in_host_memory():
     assert reduced == pytest.approx([0, 3 * 2 * 640 / 500, 3 * 2 * 640 / 1000 + 640 / 20])
 
 
+@pytest.mark.slow
 def test_where_nothing_else_fits_weights_go_to_a_store():
     given: dict[str, Any] = {"sequence": 512, "batch": 4, "fixed": {"schedule": "breadth-first"}}
     cluster = read_cluster("h100*2")

@@ -19,7 +19,6 @@ from penstock.huggingface import weights
 from penstock.train.config.file import dump
 from tests.support import commands
 from tests.support.commands import finish
-from tests.support.lanes import exhaustive, slow
 from tests.support.launchers import free_port
 from tests.support.programs import program
 from tests.support.tiny_run import text_folder, tiny
@@ -115,7 +114,7 @@ def test_the_skypilot_task_has_the_fields_of_a_task():
     assert all(path.startswith("/") for path in task["volumes"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # as under torchrun alone, in tests/train/test_torchrun.py
 def test_a_pod_of_the_trainjob_stopped_by_sigterm_is_resumed_by_its_next_start(root: Path):
     trainer = trainjob()["spec"]["trainer"]
     command = [part.replace("/runs", str(root)) for part in (*trainer["command"], *trainer["args"])]
@@ -144,7 +143,6 @@ def test_a_pod_of_the_trainjob_stopped_by_sigterm_is_resumed_by_its_next_start(r
     assert trained == list(range(1, stopped + 3))  # no step twice, and none left out
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive  # the pod of a TrainJob starts torchrun as well
 def test_two_nodes_of_skypilot_train_one_model(root: Path, threads: Path):
     task = skypilot()
@@ -158,7 +156,9 @@ def test_two_nodes_of_skypilot_train_one_model(root: Path, threads: Path):
     require_same(root / "sky", threads)
 
 
-@pytest.mark.parametrize("named", [*slow(False), *exhaustive(True)], ids=["one machine", "named hosts"])
+# A loop under mpirun is in tests/runtime/start/test_launch_environment.py.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("named", [False, True], ids=["one machine", "named hosts"])
 def test_mpirun_of_open_mpi_needs_no_address_on_one_machine(root: Path, threads: Path, named: bool):
     (root / "bin" / "mpirun").unlink(missing_ok=True)
     (root / "bin" / "mpirun").symlink_to(program("mpirun.openmpi", "mpirun", package="openmpi-bin"))
@@ -171,7 +171,7 @@ def test_mpirun_of_open_mpi_needs_no_address_on_one_machine(root: Path, threads:
     require_same(root / name, threads)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_mpiexec_of_mpich_is_refused_on_every_rank_until_it_has_an_address(root: Path, threads: Path):
     train = ["penstock", "train", "my.toml", f"train.folder={root}", "train.name=mpich"]
     hydra = program("mpiexec.hydra", package="mpich")

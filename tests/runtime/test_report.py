@@ -48,6 +48,7 @@ def test_each_call_adds_the_last_step(tmp_path: Path):
     assert "Training" not in text
 
 
+@pytest.mark.slow
 def test_a_page_after_each_step_has_the_first_and_the_last_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

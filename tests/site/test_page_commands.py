@@ -18,6 +18,7 @@ from penstock.schedule.text import write_csv
 from penstock.train.config.config import Config
 from tests.support import tiny_run
 from tests.support.documentation import DOCS, ROOT, Block, blocks, llama_3_8b, pages
+from tests.support.lanes import exhaustive
 
 FOLLOWED = {
     "find_the_wrong_tensor.md": "tests/pages/test_guides.py",
@@ -170,8 +171,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+# The searches of planning.md take longer than the commands of all other pages.
 @pytest.mark.slow
-@pytest.mark.parametrize("page", FOLLOWED_HERE)
+@pytest.mark.parametrize(
+    "page", [*(page for page in FOLLOWED_HERE if page != "planning.md"), *exhaustive("planning.md")]
+)
 def test_the_commands_of_a_page_run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
     commands = [command for block in blocks(DOCS / page) for command in block.commands]

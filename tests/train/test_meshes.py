@@ -217,8 +217,8 @@ def of_hugging_face(root: Path, family: str, tied: bool, steps: int, **sections:
 @pytest.mark.parametrize(
     ("family", "schedule", "parallel"),
     [
-        ("llama", "1f1b", {"pp": 2, "tp": 2}),
         *exhaustive(
+            ("llama", "1f1b", {"pp": 2, "tp": 2}),
             ("gpt2", "zb-v", {"pp": 2, "tp": 2}),
             ("gpt2", "1f1b", {"pp": 4}),
             ("llama", "1f1b", {"pp": 2, "cp": 2}),

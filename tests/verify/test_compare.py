@@ -524,6 +524,7 @@ def test_updates_with_other_bits_are_bounded_by_measurement_alone(reference: Pat
         )
 
 
+@pytest.mark.slow
 def test_a_disk_that_refuses_ends_the_recording_and_not_the_training(tmp_path: Path):
     code = """
 import resource, signal, warnings

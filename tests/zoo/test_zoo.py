@@ -23,7 +23,7 @@ THREADS = drawn(0, 120, "threads")
 
 @pytest.mark.parametrize(
     "case",
-    [*THREADS[:6], *slow(*THREADS[6:40]), *exhaustive(*THREADS[40:])],
+    [*THREADS[:6], *slow(*THREADS[6:20]), *exhaustive(*THREADS[20:])],
     ids=lambda case: f"seed {case.seed}",
 )
 def test_threads(case):

@@ -214,7 +214,7 @@ FAST = ["tied over stages", "tied in a stage", "written when read", "on two rank
 
 
 @pytest.mark.parametrize("case", [*FAST, *slow(*(case for case in CASES if case not in FAST))])
-@pytest.mark.parametrize("store", [*slow("host"), "disk"])
+@pytest.mark.parametrize("store", ["disk", *exhaustive("host")])
 def test_steps_are_those_of_a_pipeline_without_a_store(case, store):
     given, optimizer, built = CASES[case]
 
