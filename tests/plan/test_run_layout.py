@@ -104,6 +104,8 @@ def test_modules_of_recompute_have_one_order_and_selective_is_one():
         ("recompute=moe_act+full", r"got 'moe_act\+full'$"),
         ("recompute=", "recompute must be .* got ''"),
         ("recompute=+", "recompute must be .* got '\\+'"),
+        ("recompute=moe_act+", r"got 'moe_act\+'$"),
+        ("recompute=moe_act++layernorm", r"got 'moe_act\+\+layernorm'$"),
         ("recompute=moe+moe_act+shared_experts", "moe computes all of the experts again; leave out moe_act and sha"),
         ("recompute_modules=moe_act", "did you mean 'recompute=moe_act'?"),
         ("recompute-granularity=selective", "did you mean 'recompute=selective'?"),

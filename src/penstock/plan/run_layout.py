@@ -308,7 +308,7 @@ def _value(key: str, text: str) -> Any:
 
 def _modules_text(value: object) -> str:
     """Return modules of recompute in their order, from text with + between, or with blanks as in Megatron-LM's options."""
-    names = set(value.replace("+", " ").split()) if isinstance(value, str) else set()
+    names = set(re.split(r"\s*\+\s*|\s+", value.strip())) if isinstance(value, str) else set()
     names = {"core_attn" if name == "selective" else name for name in names}
     wrong = sorted(names - {*MODULES})
     if wrong or not names:

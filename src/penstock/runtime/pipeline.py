@@ -70,8 +70,8 @@ class Pipeline(BuiltPipeline):
             `MeshShape`; or torch's mesh with dimensions called pp, dp, cp and tp, which may be a slice, or have some of the
             processes only.
         recompute: layers that keep only their inputs and run again before their backward: "none", "full" (every layer), an
-            integer k (every k-th layer of a stage), or "auto" (as few as ``execution.memory`` allows, measured in the first
-            step).
+            integer k (every k-th layer of a stage, so none of a stage of fewer), or "auto" (as few as ``execution.memory``
+            allows, measured in the first step).
         autocast: torch.bfloat16 or torch.float16 for mixed precision in the stages and the loss; None for none.
         seed: random seed of layers given as functions, and of random numbers that layers draw (dropout). Both depend on the
             seed and the layer's name, dropout on step and microbatch too, and neither on the split.
