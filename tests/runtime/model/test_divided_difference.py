@@ -22,3 +22,9 @@ from penstock.parallel.context.samples import _differ
 )
 def test_values_that_are_not_numbers_hide_no_difference(other: list[float], differs: bool):
     assert _differ(torch.tensor([1.0, math.nan, 2.0]), torch.tensor(other)) == differs
+
+
+def test_layers_that_give_zeros_do_not_differ():
+    zeros = torch.zeros(2, 4)
+    assert not _differ(zeros, zeros.clone())
+    assert _differ(zeros, torch.full((2, 4), 1e-30))
