@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertForSequenceClassification, Trainer
 
 import penstock
-from penstock.huggingface.part_collator import TOGETHER, PartCollator
+from penstock.huggingface.part_collator import EXAMPLES, PARTS, TOGETHER, PartCollator, divided_by_rows
 from penstock.runtime.workers.pool import LocalProcesses
 from tests.support import hf_models, hf_trainer, own_losses
 from tests.support.hf_trainer import arguments, assert_same_weights, assert_trained_alike, trainer
@@ -251,6 +251,15 @@ def test_a_batch_that_is_collated_whole_is_divided_by_rows(tmp_path: Path):
     assert_trained_alike(*made)
     with pytest.raises(penstock.ConfigError, match=r"pipeline\['collate'\] must be 'parts'"):
         own_losses.make(tmp_path, PIPELINE | {"collate": "rows"}, kind="weighted")
+
+
+def test_a_batch_that_is_collated_whole_has_a_row_for_each_microbatch():
+    batch = {"labels": torch.arange(3), "length": 7}
+    divided = divided_by_rows(batch, 3)
+    assert divided[PARTS] == [{"labels": torch.tensor([n]), "length": 7} for n in range(3)]
+    assert divided[EXAMPLES] == [1, 1, 1]
+    with pytest.raises(penstock.BatchError, match="a batch of 3 rows, too few for 4 microbatches"):
+        divided_by_rows(batch, 4)
 
 
 def alone(rows: list[Any], least: int) -> Any:

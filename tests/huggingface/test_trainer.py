@@ -83,6 +83,13 @@ def test_groups_that_cannot_be_are_refused(tmp_path: Path, groups: Any, said: st
         trainer(model(), arguments(tmp_path), PIPELINE | {"optimizer": groups}).train()
 
 
+def test_groups_and_an_optimizer_are_not_taken_together(tmp_path: Path):
+    net, groups = model(), [{"match": "mlp", **SGD}]
+    given = {"optimizers": (torch.optim.SGD(net.parameters(), lr=0.1), None)}
+    with pytest.raises(penstock.ConfigError, match=r"give pipeline\['optimizer'\] or optimizers=, not both"):
+        trainer(net, arguments(tmp_path), PIPELINE | {"optimizer": groups}, **given)
+
+
 @pytest.mark.parametrize("smoothing", [0.2, *slow(0.0)])
 def test_a_large_vocabulary_trains_without_its_logits(
     tmp_path: Path, smoothing: float, monkeypatch: pytest.MonkeyPatch

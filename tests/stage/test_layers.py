@@ -137,6 +137,7 @@ def test_a_function_that_hides_weights_is_refused_in_the_first_step(hidden, fami
         ),
         (nn.Sequential(nn.Sequential(nn.LazyConv1d(2, 1))), "layer '0'.*0.weight.*run one batch"),
         ([nn.LazyBatchNorm1d()], "running_mean.*run one batch"),
+        ([("a+b", nn.Linear(2, 2))], r"layer name 'a\+b' must not contain '\+'; give the layer another name"),
     ],
 )
 def test_what_is_no_layer_yet_is_refused(model, message):
