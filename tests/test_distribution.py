@@ -145,7 +145,7 @@ def test_the_wheel_requires_little(built: Built):
     assert "No broken requirements" in run([*PYTHON, "pip", "--python", built.python, "check"], ROOT)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # the next one runs a command of the wheel, too
 def test_the_installed_commands_do_what_penstock_suggests(built: Built, tmp_path: Path):
     suggested = re.findall(r"^    penstock (.*)$", built.penstock([], tmp_path), re.M)
     assert len(suggested) == 4

@@ -199,7 +199,7 @@ def runs() -> dict[str, list[str]]:
 
 
 SLOW = ("bench.bf16", "bench.published", "bench.faults --rows 3")
-"""One of each kind of bench, the quickest: measured, computed, and of faults."""
+"""A bench that measures, one that computes, and one of faults."""
 
 
 @pytest.mark.parametrize(

@@ -53,13 +53,13 @@ def test_an_own_schedule_is_verified_with_what_its_order_allows():
 @pytest.mark.parametrize(
     "words",
     [
-        # Each axis once, with the options that reach other parts of a recording.
+        # Each axis once, with the options that reach other parts of a recording; for ep see
+        # `test_models_with_experts_are_judged_at_ep_2`.
         "--cp 2 --schedule zb-h1",
         "--dp 2 --shard weights --tp 2 -p 1",
         *exhaustive(
-            "--ep 2 --recompute full --autocast bf16"
-        ),  # see test_models_with_experts_are_judged_at_ep_2
-        *exhaustive("--dp 2 --shard optimizer", "--tp 2 --dp 2 -p 1"),
+            "--ep 2 --recompute full --autocast bf16", "--dp 2 --shard optimizer", "--tp 2 --dp 2 -p 1"
+        ),
         *exhaustive("--ep 2 --schedule zb-v", "--dp 2 --shard gradients"),
         *exhaustive("--dp 2 --cp 2 -p 1", "--dp 2 --autocast bf16", "--tp 2", "--cp 2 --recompute full"),
     ],

@@ -143,7 +143,7 @@ def test_a_pod_of_the_trainjob_stopped_by_sigterm_is_resumed_by_its_next_start(r
     assert trained == list(range(1, stopped + 3))  # no step twice, and none left out
 
 
-@pytest.mark.exhaustive  # the pod of a TrainJob starts torchrun as well
+@pytest.mark.exhaustive  # under torchrun, too
 def test_two_nodes_of_skypilot_train_one_model(root: Path, threads: Path):
     task = skypilot()
     port = free_port()
@@ -171,7 +171,7 @@ def test_mpirun_of_open_mpi_needs_no_address_on_one_machine(root: Path, threads:
     require_same(root / name, threads)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # its variables are in tests/runtime/start/test_launch_environment.py
 def test_mpiexec_of_mpich_is_refused_on_every_rank_until_it_has_an_address(root: Path, threads: Path):
     train = ["penstock", "train", "my.toml", f"train.folder={root}", "train.name=mpich"]
     hydra = program("mpiexec.hydra", package="mpich")

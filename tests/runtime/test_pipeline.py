@@ -205,7 +205,7 @@ def test_nested_inputs_and_outputs_travel_between_stages():
     assert torch.equal(result.losses[0], expected)
 
 
-@pytest.mark.exhaustive  # torchrun on the same pipeline: docs/start.md
+@pytest.mark.slow
 def test_torchrun_gives_the_same_lines_one_process_a_rank():
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     code = ROOT / "tests" / "support" / "under_torchrun.py"

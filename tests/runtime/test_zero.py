@@ -77,10 +77,10 @@ BOTH = (True, "overlap")
     [
         *slow(
             (REPLICAS, "plain", BOTH),
+            (REPLICAS, "scheduled", (True,)),
             (REPLICAS, "main weights", ("overlap",)),
-            (CUT, "plain", ("overlap",)),
         ),
-        *exhaustive((REPLICAS, "scheduled", (True,)), (REPLICAS, "both ends on two ranks", ("overlap",))),
+        *slow((REPLICAS, "both ends on two ranks", ("overlap",)), (CUT, "plain", ("overlap",))),
         *exhaustive(
             (REPLICAS, "fused, accumulated", BOTH), (REPLICAS, "frozen", BOTH), (CUT, "main weights", BOTH)
         ),

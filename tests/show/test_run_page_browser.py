@@ -72,7 +72,7 @@ def test_the_reader_keeps_the_place_through_new_versions_to_the_last(chromium: B
     assert chromium.complaints() == []
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # one who keeps an older step is above
 def test_a_reader_of_the_latest_step_sees_the_next_one(chromium: Browser, tmp_path: Path):
     run = kept_run(tmp_path)
     chromium.open(write(run, "first"))

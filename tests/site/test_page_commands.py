@@ -171,7 +171,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-# The searches of planning.md take longer than the commands of all other pages.
+# The searches of planning.md take the longest.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page", [*(page for page in FOLLOWED_HERE if page != "planning.md"), *exhaustive("planning.md")]

@@ -180,7 +180,7 @@ HOST, APART = socket.gethostname(), {"APART": "1", "PENSTOCK_SHARED_MEMORY": "0"
     [
         ((3, "kill", "reduction", 2), {}, "rocess 3 (pp 1, dp 1, tp 0) has ended"),
         ((2, "stop", "clip"), APART, f"rank 2 on host {HOST} did not come"),
-        *exhaustive(
+        *exhaustive(  # the same two ways: ended on this host, absent on another
             ((2, "kill", "clip"), {}, "rank 2 has ended (process id "),
             (
                 (2, "kill", "clip"),
